@@ -93,6 +93,11 @@ class EvaluationSchedule:
 SEED = "seed"
 """The key of `loss_fn_config` for the seed of a loss that draws random numbers."""
 
+# What the server, which has no torch, must know of losses before it hands them to workers.
+
+CLIPPED_LOSSES = frozenset({"ppo", "cispo", "gspo"})
+"""Losses with `clip_low_threshold` and `clip_high_threshold`, which are checked when a request is decoded."""
+
 RANDOM_LOSSES = frozenset({"dflash"})
 """Losses whose seed the server draws if a request has none, so that a replay repeats it."""
 

@@ -1,4 +1,8 @@
-"""Table of verbs: the operations of a run, from which routes, scopes, decoding, OpenAPI and client follow."""
+"""Table of verbs: the operations of a run, from which routes, scopes, decoding, OpenAPI and the client's paths follow.
+
+The `type` of a verb's request is its name. Its operation is in server/operations, the client's method in
+client/training.py.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

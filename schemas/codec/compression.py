@@ -32,8 +32,8 @@ def decompress(body: bytes, content_encoding: str | None, limit_bytes: int) -> b
 def decompressed_size(body: bytes, content_encoding: str | None, limit_bytes: int) -> int:
     """Returns the size in bytes of the decompressed body without allocating memory for it.
 
-    The size is the one that the zstd frame declares, or counted if it declares none. Raises RequestError like
-    `decompress`.
+    The size is the one that the zstd frame declares, or counted if it declares none; len(body) for other encodings,
+    which `decompress` may refuse. Raises RequestError 413 if a zstd body is too large.
     """
     if (content_encoding or "").strip().lower() != "zstd":
         return len(body)

@@ -10,7 +10,15 @@ import numpy as np
 from ..bounds import MAX_JSON_BYTES
 from ..errors import RequestError
 from ..schedules import SCHEDULE_NAME
-from ..training import DATUM_FIELDS, MAX_INTEGER, Datum, EvaluationSchedule, ForwardBackwardRequest, ProvenanceSpan
+from ..training import (
+    CLIPPED_LOSSES,
+    DATUM_FIELDS,
+    MAX_INTEGER,
+    Datum,
+    EvaluationSchedule,
+    ForwardBackwardRequest,
+    ProvenanceSpan,
+)
 from . import trainhouse_wire_pb2 as wire
 from .formats import (
     JSON,
@@ -55,7 +63,6 @@ _MAX_MESSAGES = 1_000_000
 _MAX_UNCOUNTED_BYTES = 2 * _MAX_MESSAGES
 """A body below this size cannot exceed _MAX_MESSAGES, since a message takes at least two bytes."""
 
-_CLIPPED_LOSSES = ("ppo", "cispo", "gspo")
 _LOW, _HIGH = "clip_low_threshold", "clip_high_threshold"
 
 _MANY = 4
@@ -103,7 +110,7 @@ def decode_forward_backward(
             raise Invalid("evaluation is missing: send its name and every how many steps it runs")
         if not evaluates and request.evaluation is not None:
             raise Invalid("evaluation is only for create_evaluation: leave it out")
-        if request.loss_fn in _CLIPPED_LOSSES and not was_accepted:
+        if request.loss_fn in CLIPPED_LOSSES and not was_accepted:
             check_clip_bounds(request)
         return replace(request, forward_only=forward_only or request.forward_only)
 

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ...schemas.errors import RequestError
-from ...schemas.models import training_of
+from ...schemas.models import TrainingConfig, training_of
 from ..files.directories import STAGING, remove_tree
 from ..files.manifest import MANIFEST, check_directory
 from ..store import CheckpointRecord, RunRecord, SessionRecord, Store, TenantRecord
@@ -23,6 +23,7 @@ _UNLISTED = ".unlisted"
 DELETED = ".deleted"
 """Marks a checkpoint whose row is about to be deleted, so that leftovers are not restored after a crash."""
 NEW_RUN = ".new"
+"""Mark of a run's directory while its first checkpoint and its rows are written (CheckpointFiles.marking_new_run)."""
 _MANIFEST_FORMAT = 1
 
 
@@ -129,7 +130,7 @@ async def path_of_lost_row(
     the same place (not `is_ours_alone`)."""
     try:
         run_id, kind, name = parse_path(manifest["tinker_path"])
-        training_of(manifest["training"] if "training" in manifest else manifest["lora"])
+        _training_in(manifest)
     except (RequestError, KeyError, AttributeError, ValueError):
         return None
     is_elsewhere = run_id.replace(":", "_") != PurePosixPath(directory).parts[-3]
@@ -165,6 +166,11 @@ async def restore_row(store: Store, directory: str, manifest: Mapping[str, Any])
     return record.tinker_path
 
 
+def _training_in(manifest: Mapping[str, Any]) -> TrainingConfig:
+    """Returns the run's training; manifests of earlier versions name only LoRA."""
+    return training_of(manifest["training"] if "training" in manifest else manifest["lora"])
+
+
 async def _restore_run_row(store: Store, run_id: str, manifest: Mapping[str, Any]) -> RunRecord:
     """Restores a run that can no longer be trained, with its session and its tenant."""
     created_at = manifest["created_at"]
@@ -176,7 +182,7 @@ async def _restore_run_row(store: Store, run_id: str, manifest: Mapping[str, Any
     if await store.sessions.get(session_id) is None:
         ended = {"finished_at": created_at, "end": "interrupted", "end_detail": "the database had lost it"}
         await store.sessions.insert(SessionRecord(session_id, tenant.tenant_id, created_at, created_at, **ended))
-    training = training_of(manifest["training"])
+    training = _training_in(manifest)
     run = RunRecord(
         *(run_id, session_id, tenant.tenant_id, manifest["base_model"], training, created_at, created_at),
         role=manifest["role"],

@@ -134,7 +134,8 @@ class Option:
                 raise
             except ValueError:
                 pass
-        raise ConfigError(f"{place} is {given!r}: expected {form.words}")
+        shown = "malformed" if self.is_secret else repr(given)
+        raise ConfigError(f"{place} is {shown}: expected {form.words}")
 
     def accepts(self, value: object) -> bool:
         try:

@@ -139,8 +139,11 @@ class FeatureStore(Features):
     # Using
 
     def hold(self, run: RunRecord, seq_id: int, uses: Counter[str]) -> None:
-        """Holds the features that an accepted operation uses, by reference, 0 times for passes that do not consume a
-        use; call it in the order of acceptance."""
+        """Holds the features that an accepted operation uses; call it in the order of acceptance.
+
+        Args:
+            uses: uses by reference, 0 for passes that consume none.
+        """
         cache, hold = self._cache(run.tenant_id), FeatureHold(uses)
         for name, count in uses.items():
             reason = self._refusal(cache, name, count)

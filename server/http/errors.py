@@ -1,4 +1,4 @@
-"""Turns errors into responses, in our format or, on its paths, in that of OpenAI's API."""
+"""Turns errors into responses, in our format, or in OpenAI's on its paths."""
 
 import logging
 import math

@@ -33,14 +33,14 @@ class PoisonOperation(OperationError):
 class Strikes:
     """Counts the strikes against one piece of work, which is named by the noun phrase `work`.
 
-    num: strikes from an earlier process. record: makes one strike durable, and may raise RequestError; None if the work
-    is not resumed after a restart.
+    num: strikes so far, also those of an earlier process. record: makes one strike durable, and may raise RequestError;
+    None if the work is not resumed after a restart.
     """
 
     def __init__(self, work: str, record: Callable[[], Awaitable[None]] | None = None, num: int = 0) -> None:
         self.num = num
+        self.record = record
         self._work = work
-        self._record = record
 
     @property
     def are_too_many(self) -> bool:
@@ -61,9 +61,9 @@ class Strikes:
         if not lost.alone:
             return
         self.num += 1
-        if self._record is not None:
+        if self.record is not None:
             try:
-                await self._record()
+                await self.record()
             except RequestError as error:
                 logger.error("cannot journal a strike against %s: %s", self._work, error)
         self.check()

@@ -24,14 +24,14 @@ _FREQUENT = frozenset({"forward", "forward_backward", "optim_step"})
 """Kinds of operations that a run has in every step."""
 
 _BURST, _PER_SECOND = 20.0, 2.0
-"""Lines of refused requests with one status: so many at once, and then so many a second."""
+"""Lines of refused requests with one status: a burst, and then a rate per second."""
 
 
 class ActivityLog:
     """Chooses the level and the fields of the lines.
 
-    Refused requests, which anyone can send, are limited by status; `suppressed` of the next line counts those without
-    one.
+    Refused requests, which anyone can send, are limited by status; `suppressed` of the next line counts the lines left
+    out.
 
     slow_pass_seconds: passes and steps that take longer are warnings.
     """

@@ -22,6 +22,7 @@ from ..files.segment_log import RecordPosition
 from ..http.bodies import Body
 from ..journal.futures import Future, Result
 from ..journal.journal import Header, request_id_of
+from ..journal.strikes import Strikes
 from ..store import OperationRecord, RunRecord
 from ..tenants.quotas import Reservation
 from .context import OperationContext
@@ -143,7 +144,7 @@ class Operation(ABC):
     """Absent if no client waits for a result: it was refused, or an earlier process answered it but lost its effect."""
     reservation: Reservation | None = field(init=False, default=None)
     """Absent if an earlier process answered the operation, so that no client waits for its result."""
-    num_strikes: int = field(init=False, default=0)
+    strikes: Strikes = field(init=False)
     """Crashes of workers that ran it alone."""
     failed_before: bool = field(init=False, default=False)
     """An earlier process answered it with a failure of the server."""
@@ -170,6 +171,7 @@ class Operation(ABC):
     def assign_seq_id(self, seq_id: int) -> None:
         """Gives the operation its number in a run's queue."""
         self.seq_id, self.log_entry, self.arrived_at = seq_id, ReplayEntry(seq_id, self.kind, None), time.monotonic()
+        self.strikes = Strikes(f"this {self.kind}")
 
     def mark_begun(self, size: CallSize | None = None) -> None:
         """Notes that the workers have received it, or a part of it, in a call of this size."""
@@ -202,7 +204,10 @@ class Operation(ABC):
 
     @property
     def is_chained(self) -> bool:
-        """True if it can be handed to the dispatch, which keeps a run's order, before the earlier operations ended."""
+        """True if it can be handed to the dispatch, which keeps a run's order, before the earlier operations ended.
+
+        Its `perform` must then await nothing before it calls the dispatch: that is what keeps the order.
+        """
         return False
 
     @property

@@ -6,7 +6,7 @@ from math import prod
 from typing import cast, get_args
 
 from ...schemas.training import TargetRepr
-from ...workers.planner.drafts.draft_estimate import longest_sequence
+from ...workers.planner.drafts.draft_estimate import LENGTH_STEP, longest_sequence
 from ...workers.planner.drafts.draft_layouts import DraftLayout, heaviest
 from ...workers.planner.drafts.draft_load import FIELDS, Algorithm, DraftLoad
 from ...workers.planner.layout_search import usable_bytes
@@ -39,13 +39,16 @@ class PlannedDraft:
         return None if self.device_bytes is None else self.layout.memory.total <= usable_bytes(self.device_bytes)
 
     @property
+    def _most(self) -> int:
+        return self.shape.max_positions or self.layout.load.longest
+
+    @property
     def longest(self) -> int | None:
         """The tokens of the longest sequence that fits, of those that the model can run; None without a device."""
         if self.device_bytes is None:
             return None
         spec, load, draft_spec = self.layout.spec, self.layout.load, self.layout.draft_spec
-        most = self.shape.max_positions or load.longest
-        return longest_sequence(self.shape, spec, load, self.draft, draft_spec, self.device_bytes, most)
+        return longest_sequence(self.shape, spec, load, self.draft, draft_spec, self.device_bytes, self._most)
 
     @property
     def num_parameters(self) -> int:
@@ -141,7 +144,8 @@ class PlannedDraft:
         if self.longest:
             yield f"the longest sequence that fits: {self.longest} tokens"
         else:
-            yield "no sequence of 256 tokens fits: use more ranks along the target's fsdp, ep or tp"
+            shortest = min(LENGTH_STEP, self._most)
+            yield f"no sequence of {shortest} tokens fits: use more ranks along the target's fsdp, ep or tp"
 
 
 def room_words(device_bytes: int) -> str:

@@ -120,7 +120,8 @@ async def _load_weights(request: Request, services: ServicesDependency, tenant: 
 _ENDPOINTS: Mapping[str, Endpoint] = {CREATE_MODEL.name: _create_model, LOAD_WEIGHTS.name: _load_weights}
 """Verbs that also create runs, which no run orders."""
 
-# The gate calls those of busy paths directly, see `_BUSY` in serving/app.py.
+# Every verb, forward_backward included, is served by `submitting` in submission.py, but for those of `_ENDPOINTS`. The
+# gate calls the endpoints of busy paths directly, see `_BUSY` in serving/app.py.
 for _verb in VERBS.values():
     for _path in _verb.paths:
         router.add_api_route(

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from functools import partial
 
 from ...schemas.errors import Category, OperationError, RequestError
 from ...workers.protocol.calls import WorkerLost
@@ -9,7 +10,7 @@ from ...workers.protocol.work_context import CURRENT_WORK
 from ...workers.scheduler.quarantine import MAX_STRIKES
 from ..journal.futures import Result
 from ..journal.journal import request_id_of
-from ..journal.strikes import STRIKE, PoisonOperation, Strikes
+from ..journal.strikes import STRIKE, PoisonOperation
 from ..operations.loading import CreateRun
 from ..operations.operation import Operation, Outcome, RefusedOperation
 from ..operations.training import OptimStep
@@ -92,6 +93,7 @@ class Execution:
             return
         if operation.is_step or operation.clears_gradients:
             state.window = OperationWindow()
+        operation.strikes.record = partial(self._record_strike, entry.seq_id)
         task = self._tasks[entry.seq_id] = asyncio.create_task(self._execute(operation, window, state.window))
         # A task that is cancelled before its first step never reaches its `finally`.
         task.add_done_callback(lambda _: self._ended(entry.seq_id))
@@ -184,7 +186,7 @@ class Execution:
         while True:
             if isinstance(operation, OptimStep):
                 # The last attempt is without what follows the step, which may be what kills the workers.
-                operation.skips_schedules = operation.num_strikes == MAX_STRIKES - 1
+                operation.skips_schedules = operation.strikes.num == MAX_STRIKES - 1
             if state.unusable is not None:
                 raise OperationError(state.unusable, "user" if state.has_ended else "server")
             if state.is_lost:
@@ -192,7 +194,7 @@ class Execution:
                 continue
             is_handed_over = False
             try:
-                if operation.failed_before or operation.num_strikes >= MAX_STRIKES:
+                if operation.failed_before or operation.strikes.are_too_many:
                     await self._fail_again(operation, window)
                 operation.check(state.record)
                 if operation.is_step and window.tainted_by is not None:
@@ -206,9 +208,7 @@ class Execution:
                 return result
             except WorkerLost as lost:
                 state.lose()
-                strikes = self._strikes(operation)
-                await strikes.add(lost)
-                operation.num_strikes = strikes.num
+                await operation.strikes.add(lost)  # the last one allowed raises PoisonOperation
             except OperationError:
                 if is_handed_over and operation.is_step and window.tainted_by is not None:
                     # A part failed after the step was handed over, so the worker refused it and cleared the gradients.
@@ -219,10 +219,9 @@ class Execution:
 
     async def _fail_again(self, operation: Operation, window: OperationWindow) -> None:
         """Raises the OperationError with which the operation failed in an earlier process."""
-        strikes = self._strikes(operation)
-        if operation.is_step and strikes.are_too_many:
+        if operation.is_step and operation.strikes.are_too_many:
             await self._clear_gradients(operation, window)
-        strikes.check()
+        operation.strikes.check()
         raise OperationError("it failed before the server restarted", "server")
 
     async def _clear_gradients(self, step: Operation, window: OperationWindow) -> None:
@@ -261,12 +260,10 @@ class Execution:
         outcome = Outcome.SERVER_FAILED if error.category == "server" else Outcome.FAILED
         return outcome, error.message, error.category
 
-    def _strikes(self, operation: Operation) -> Strikes:
-        async def record() -> None:
-            place = await self._services.journal.append(self._state.header(STRIKE, operation.seq_id))
-            self._state.log.add_strike(STRIKE, operation.seq_id, place)
-
-        return Strikes(f"this {operation.kind}", record, operation.num_strikes)
+    async def _record_strike(self, seq_id: int) -> None:
+        """Raises RequestError if the journal cannot be written."""
+        place = await self._services.journal.append(self._state.header(STRIKE, seq_id))
+        self._state.log.add_strike(STRIKE, seq_id, place)
 
 
 def _incomplete(reason: str) -> OperationError:

@@ -84,11 +84,7 @@ class Rebuilder:
     async def _rebuild_or_mark_unusable(self) -> None:
         run_id = self._state.record.run_id
         try:
-            # An operation that the workers had answered is replayed only if it has ended by now, and one that ended
-            # later, after its strike was journaled, would be handed over behind its successors.
-            while self._queue.in_progress.keys() - {seq_id for seq_id, _ in self._waiting}:
-                self.progressed.clear()
-                await self.progressed.wait()
+            await self._all_ended_or_waiting()
             await self._rebuild()
         except OUTAGE_ERRORS as error:
             await self._state.wait_out(error)
@@ -98,6 +94,16 @@ class Rebuilder:
         except Exception:
             logger.exception("%s cannot be rebuilt", run_id)
             self._mark_unusable("see the server's log")
+
+    async def _all_ended_or_waiting(self) -> None:
+        """Waits until each operation in progress has ended, or waits for the rebuild.
+
+        An operation that the workers had answered is replayed only if it has ended by now, and one that ended later,
+        after its strike was journaled, would be handed over behind its successors.
+        """
+        while self._queue.in_progress.keys() - {seq_id for seq_id, _ in self._waiting}:
+            self.progressed.clear()
+            await self.progressed.wait()
 
     def _mark_unusable(self, reason: str) -> None:
         run_id = self._state.record.run_id

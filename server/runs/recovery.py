@@ -162,7 +162,7 @@ class RunRecovery:
         elif ends_window(entry):
             recovered.window = OperationWindow()
         elif taints_window(entry):
-            recovered.window.taint(f"forward_backward with seq_id {seq_id} failed")
+            recovered.window.taint(f"{entry.kind} with seq_id {seq_id} failed")
         self._state.log.add(entry)
         return True
 
@@ -206,7 +206,7 @@ class RunRecovery:
         operation.assign_seq_id(seq_id)
         operation.log_entry.place = earlier.place
         operation.work_context = services.telemetry.work_began(operation.kind, record.tenant_id, record.run_id)
-        operation.num_strikes = self._num_strikes[seq_id]
+        operation.strikes.num = self._num_strikes[seq_id]
         operation.failed_before = earlier.outcome is Outcome.SERVER_FAILED
         if earlier.outcome is None:
             operation.reservation = Reservation(services.quotas, record.tenant_id)

@@ -42,7 +42,8 @@ _IF_USED = (
 
 
 class Runs:
-    """Owns the live runs. A run lives from its creation until its session ends or the server stops."""
+    """Owns the live runs. A run lives from its creation until it is unloaded, its session ends or the server
+    stops."""
 
     def __init__(self, services: RunServices) -> None:
         self._services = services
@@ -182,7 +183,8 @@ class Runs:
         return ending
 
     async def sweep(self) -> None:
-        """Deletes snapshots, pinned checkpoints and features of runs that no longer exist; for server start."""
+        """Deletes snapshots, pinned checkpoints, evaluation data and features of runs that no longer exist, at the
+        server's start."""
         live = {*self._runs, *self._not_resumed}
         await asyncio.to_thread(self._services.snapshot_store.sweep, live)
         await asyncio.to_thread(self._services.context.pinned_checkpoints.sweep, live)

@@ -164,7 +164,7 @@ class Tracing:
         return span.context
 
     def _root(self, span: _Span) -> SpanContext:
-        """Returns what a trace's first span in this process is below: the client's span, or no span of a new trace."""
+        """Returns the parent of a trace's first span in this process: the client's span, or none in a new trace."""
         parent = span.client or Context()
         client, trace_id = get_current_span(parent).get_span_context(), int(span.trace, 16)
         decided = self._sampler.should_sample(parent, trace_id, span.name, attributes=span.attributes)

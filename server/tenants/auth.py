@@ -64,7 +64,7 @@ class Auth:
 
     loopback: only this machine can reach the server. Then, until the first key is created, the server is open: any
     `tml-` key is accepted and is its own tenant.
-    unauthenticated_limits: of requests from an address with keys that are not valid.
+    unauthenticated_limits: limit requests with invalid keys, by address.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Prints a tokenizer's files as transformers reads them: `python -m trainhouse.server.text.read_tokenizer SOURCE`.
 
-Some tokenizer classes of transformers rebuild or repair tokenizer.json, and loading them loads torch, which the server
-never does. So this runs in a separate process, once per model, and passes the result as JSON.
+Some tokenizer classes of transformers rebuild or repair tokenizer.json, and would load torch, which the server never
+does. So this runs in a separate process that hides torch, once per model, and passes the result as JSON.
 """
 
 import contextlib

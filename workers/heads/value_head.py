@@ -13,7 +13,8 @@ from ..state.trainable import Trainable
 
 
 class ValueHead:
-    """Computes values in float32, even if the base model is bfloat16. The weights belong to each run's adapter."""
+    """Computes values in float32, even if the base model is bfloat16. The weights belong to each run's
+    model, an adapter or a full one."""
 
     def __init__(self, base: BaseModel, chunk_tokens: int) -> None:
         """Ignores chunk_tokens, which limits heads that need as much memory as logits do."""

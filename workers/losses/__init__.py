@@ -1,6 +1,7 @@
 """The losses, one per file, grouped by what they score: log-probabilities or a critic's values.
 
-To add one, write its file, add its line here, and add its reference formula to FORMULAS in
+To add one, write its file, add its line here (and to the sets of schemas/training.py if it clips, draws random numbers
+or reads recordings, which the server must know), and add its reference formula to FORMULAS in
 tests/workers/losses/test_losses.py and in test_edges.py, whose tests are parametrized over both.
 """
 

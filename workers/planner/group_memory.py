@@ -22,7 +22,7 @@ _PASS_OF_ROLE: Mapping[str, Phase] = {
 }
 PHASES: tuple[Phase, ...] = ("sampling", *_PASS_OF_ROLE.values(), "step")
 
-# A role's runs that are trained.
+# Roles whose runs are trained.
 _TRAINED = ("policy", "critic")
 
 _SHORTER = "lower --max-context-length and --micro-batch-tokens"

@@ -13,7 +13,7 @@ Value = TypeVar("Value")
 
 
 def option(default: Value, help: str, secret: bool = False, **more: Any) -> Value:
-    """Returns a field with a line of `--help-all`, and `more` of what server/config/option.py says of an Option."""
+    """Declares an option: `help` is its line in `--help-all`, `more` are fields of Option in server/config/option.py."""
     return field(default=default, metadata={"help": help, **more}, repr=not secret)
 
 

@@ -1,4 +1,4 @@
-"""Reads what memory and devices this machine has, and keeps how fast these were and how much of that speed was used.
+"""The memory and devices of this machine, their measured speeds, and the share of that speed that recent work used.
 
 Imports no torch.
 """
@@ -19,6 +19,8 @@ Kind = Literal["training", "sampling"]
 
 # The passes or slices that count as recent.
 _NUM_RECENT = 64
+
+_DEVICES = Path("/dev")
 
 
 def available_bytes() -> int | None:
@@ -49,13 +51,17 @@ def cuda_devices() -> int | None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")]) or None
-    return len([file for file in Path("/dev").glob("nvidia[0-9]*") if file.name[6:].isdigit()]) or None
+    return len(_device_files()) or None
+
+
+def _device_files() -> list[Path]:
+    return [file for file in _DEVICES.glob("nvidia[0-9]*") if file.name[6:].isdigit()]
 
 
 def runs_on_cpu(model: WorkerConfig) -> bool:
     """Guesses without torch: a worker with the device "auto" uses CUDA if the machine has it."""
     if model.device == "auto":
-        return not Path("/dev/nvidia0").exists()
+        return cuda_devices() is None or not _device_files()
     return model.device.startswith("cpu")
 
 

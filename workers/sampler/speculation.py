@@ -108,4 +108,4 @@ class Proposer(Protocol):
 
 
 NewProposer = Callable[[LogprobHead, RankSync], Proposer]
-"""Builds the proposer of one sampler. Those of a rank share caches, which join its CacheBudget."""
+"""Builds the proposer of one sampler. All proposers of a rank share caches, which its CacheBudget counts."""

@@ -90,7 +90,7 @@ class PassCall(RankCall[MergedAnswers]):
 
     def send(self, ranks: Ranks, timeouts: CallTimeouts) -> Awaitable[MergedAnswers]:
         hang_seconds = timeouts.for_runs(len({work.key for work in self.works})) + timeouts.passes.limit(self._cost)
-        return ranks.run_pass(tuple(work.part for work in self.works), hang_seconds)
+        return ranks.send_pass(tuple(work.part for work in self.works), hang_seconds)
 
     def record(self, timeouts: CallTimeouts, seconds: float) -> None:
         timeouts.passes.record(self._cost, seconds)

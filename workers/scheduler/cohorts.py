@@ -83,6 +83,8 @@ class Cohort:
 
 
 class Cohorts:
+    """The sampling jobs of a group, divided by which may share a slice; changed by Scheduler and RankGroup alone."""
+
     def __init__(self, suspects: Suspects) -> None:
         self._suspects = suspects
         self._numbers = count()

@@ -189,7 +189,7 @@ class RankGroup:
         for work in call.works:
             if isinstance(work, RunWork) and work.on_begin is not None:
                 work.on_begin(call.size)
-        answer = await supervisor.answer(call.send(ranks, supervisor.timeouts))
+        answer = await supervisor.answer_or_failure(call.send(ranks, supervisor.timeouts))
         seconds = time.monotonic() - started
         call.record(supervisor.timeouts, seconds)
         if self.on_call is not None:

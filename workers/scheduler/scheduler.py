@@ -273,10 +273,8 @@ class Scheduler:
         consequences = self._accuse(running)
         self.held.lose_all(f"the worker of {group} died ({death})")
         message = f"base model {group}: {death}; what only the worker had is lost"
-        # Methods are no suspects, for which snapshots would wait: they are alone in spite of those.
-        is_method = len(in_call) == 1 and isinstance(in_call[0], MethodWork)
-        alone = in_call if is_method else running if len(running) == 1 else ()
-        self.fail_all(lambda work: WorkerLost(message, alone=work in alone), in_call)
+        suspect = _only_suspect(in_call, running)
+        self.fail_all(lambda work: WorkerLost(message, alone=work is suspect), in_call)
         return consequences
 
     def fail_all(self, error_of: Callable[[AnyWork], OperationError], in_call: Iterable[AnyWork] = ()) -> None:
@@ -321,6 +319,16 @@ class Scheduler:
             requests = f"{num_apart} sampling requests" if num_apart > 1 else "1 sampling request"
             words += f"; {requests} of a worker that died take turns with the others"
         return words
+
+
+def _only_suspect(in_call: Sequence[AnyWork], running: Sequence[AnyWork]) -> AnyWork | None:
+    """Returns the work that alone can have killed the ranks; None if there were several, or none.
+
+    A method counts as alone beside snapshots, since these do not wait for the end of its suspicion.
+    """
+    if len(in_call) == 1 and isinstance(in_call[0], MethodWork):
+        return in_call[0]
+    return running[0] if len(running) == 1 else None
 
 
 def _consequences(what: str, accused: Collection[str], suspects: Suspects) -> str:

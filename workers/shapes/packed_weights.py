@@ -1,4 +1,4 @@
-"""The weights that files hold in fewer bits: which of their tensors these are, and which memory can hold so, too.
+"""Finds the weights that files hold in fewer bits, and which of them can stay packed in memory.
 
 Reads names, dtypes and shapes alone. Imports no torch.
 """
@@ -29,8 +29,6 @@ _NOT_READ = {"pre_quant_scale", "svdquant_lora_a", "_weight_act_pre_scale"}
 _CONVERTED = {"bitmask": "sparse-bitmask", "W_q": "hqq"}
 """Last parts of the names of codes that another program has to convert, and how these are packed."""
 
-# The matrices of an expert in files, where parameters hold those of all experts.
-_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 # Names of the trunk in files, in the place of "model.".
 _HEADS = ("model.language_model.", "language_model.model.", "language_model.", "backbone.")
 
@@ -143,7 +141,7 @@ def _names_in_files(parameter: str) -> Iterator[str]:
     path, _, leaf = name.rpartition(".")
     if path.endswith(".experts"):
         ups = ("gate_proj", "up_proj", "w1", "w3") if "up" in leaf else ("down_proj", "w2")
-        yield from (f"{path}.0.{each}" for each in _OF_EXPERTS if each in ups)
+        yield from (f"{path}.0.{each}" for each in ups)
 
 
 def _below_model(pattern: str) -> str:

@@ -36,7 +36,7 @@ class Float32Moments:
 
 
 class EightBitMoments:
-    """Stores 8 bits a number, and the largest of each block of 256 as float32.
+    """Stores 8 bits per element, and one float32 maximum per 256 of them.
 
     Dettmers et al., 8-bit optimizers via block-wise quantization (2022), https://arxiv.org/abs/2110.02861, by
     bitsandbytes. A stored moment is uint8 [P + 4 * blocks], the scales after the numbers.

@@ -192,7 +192,7 @@ def score(
         parts.append(head.scores(chunk))
         grad_scores = torch.zeros_like(parts[-1])
         for scoring in scorings:
-            scoring.backward(parts[-1], own if share is None else share.in_micro_batch(own), grad_scores)
+            scoring.differentiate(parts[-1], own if share is None else share.in_micro_batch(own), grad_scores)
         head.backward(grad_scores, gradient[own])
     if share is None:
         return [ScoredTokens.of(each.objective, torch.cat(each.scores), join_outputs(each.losses)) for each in scorings]
@@ -259,9 +259,9 @@ class _ObjectiveScoring:
     losses: list[LossOutput] = field(default_factory=list)
     grad_scores: Tensor | None = None
 
-    def backward(self, scores: Tensor, tokens: slice, grad_scores: Tensor) -> None:
-        """Computes the gradient with respect to the scores of these tokens of the micro-batch, as far as they are the
-        objective's."""
+    def differentiate(self, scores: Tensor, tokens: slice, grad_scores: Tensor) -> None:
+        """Computes the loss of these tokens of the micro-batch, as far as they are the objective's, and its gradient
+        with respect to their scores."""
         objective, step = self.objective, tokens.step or 1
         taken = overlap(tokens, objective.start, objective.stop)
         if taken.start >= taken.stop:
@@ -298,7 +298,7 @@ def _score_divided_sequences(
     for scoring in divided:
         tokens = slice(scoring.objective.start, scoring.objective.stop)
         grad_scores = torch.empty_like(scores[tokens])
-        scoring.backward(scores[tokens], tokens, grad_scores)
+        scoring.differentiate(scores[tokens], tokens, grad_scores)
         scoring.grad_scores = in_shape_of(scoring.objective.targets, grad_scores)
 
 

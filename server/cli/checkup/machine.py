@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from http.client import HTTPException
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -64,7 +65,7 @@ def installed() -> Iterator[Finding]:
         yield _package(name) or Finding("installed", name, "missing", "problem", "pip install 'trainhouse[server]'")
     for name, use in _OPTIONAL.items():
         yield _package(name) or Finding("installed", name, "missing", "note", use)
-    if compiler := next(filter(None, map(shutil.which, ("gcc", "clang", "cc"))), None):
+    if compiler := next(filter(None, map(shutil.which, (os.environ.get("CC", ""), "cc", "gcc", "clang"))), None):
         yield Finding("installed", "C compiler", compiler)
     else:
         yield Finding("installed", "C compiler", "missing", "note", "install gcc: kernels for CPUs are built with it")
@@ -113,7 +114,7 @@ def _answers(host: str, number: int) -> bool:
     try:
         with urllib.request.urlopen(f"http://{shown}:{number}/api/v1/healthz", timeout=2) as answer:
             return json.load(answer).get("status") == "ok"
-    except (OSError, ValueError):
+    except (OSError, ValueError, HTTPException):  # the last if what answers does not speak HTTP
         return False
 
 
@@ -139,7 +140,7 @@ def disks(state_dir: Path) -> Iterator[Finding]:
 
 
 def _writing(place: Path) -> Finding:
-    """Every accepted operation waits for such a write, at most once in a few milliseconds."""
+    """Measures a durable write. With `--durability power`, accepted operations wait for one."""
     try:
         with tempfile.TemporaryFile(dir=place) as file:
             began = time.perf_counter()

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,21 @@ def test_a_port_in_use_is_a_problem_unless_a_server_of_ours_has_it(shared_server
     assert (found.status, found.value) == ("problem", "Address already in use")
     own = port("127.0.0.1", int(shared_server.url.rpartition(":")[2]))
     assert (own.status, own.value) == ("ok", "a trainhouse server answers")
+
+
+def test_a_port_whose_owner_does_not_speak_http_is_a_problem() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def greet() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b"SSH-2.0-server\r\n")
+
+        greeting = threading.Thread(target=greet)
+        greeting.start()
+        found = port("127.0.0.1", listener.getsockname()[1])
+        greeting.join(10)
+    assert (found.status, found.value) == ("problem", "Address already in use")
 
 
 def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

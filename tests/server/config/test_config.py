@@ -320,6 +320,14 @@ def test_role_groups_are_read_from_all_sources_and_printed_as_written(tmp_path: 
     config_of(zero_stage="2", role_groups=["critic=fsdp=2"])
 
 
+@pytest.mark.parametrize("secret", ["vllm_api_key", "database_url"])
+def test_messages_do_not_show_secrets(secret: str, tmp_path: Path) -> None:
+    (file := tmp_path / "server.toml").write_text(f'base_models = ["a=/"]\n{secret} = 12345678\n')
+    with pytest.raises(ConfigError, match=f"{secret}.* is malformed") as refused:
+        load_config({}, {}, file)
+    assert "12345678" not in str(refused.value)
+
+
 def test_sampling_options_reach_the_dispatch(tmp_path: Path) -> None:
     devices = {"sampler_workers": "2", "sampler_device": "cuda:1,cuda:3"}
     workers = config_of(**devices, sampler_parallel="ep=2,tp=2", state_dir=str(tmp_path))

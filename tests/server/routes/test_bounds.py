@@ -74,8 +74,8 @@ ANSWER_MODELS = {
 
 
 def request_models() -> Iterator[type[BaseModel]]:
-    for module in pkgutil.iter_modules(trainhouse.schemas.__path__):
-        members = vars(importlib.import_module(f"trainhouse.schemas.{module.name}")).values()
+    for module in pkgutil.walk_packages(trainhouse.schemas.__path__, "trainhouse.schemas."):
+        members = vars(importlib.import_module(module.name)).values()
         models = [one for one in members if inspect.isclass(one) and issubclass(one, BaseModel)]
         ours = [one for one in models if one.__module__.startswith("trainhouse.schemas")]
         yield from (one for one in ours if not one.__name__.endswith("Response") and one.__name__ not in ANSWER_MODELS)

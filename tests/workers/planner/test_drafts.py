@@ -253,6 +253,7 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not() -> None:
         return draft_memory(shape, spec, replace(load, longest=length), draft, own).total
 
     assert 0 < most < 131072 and need(most) <= usable_bytes(80 * 10**9) < need(most + 256)
+    assert longest_sequence(shape, spec, load, draft, own, 80 * 10**9, 128) == 128, "the model runs no longer ones"
 
 
 def test_auto_finds_layouts_that_fit_or_says_what_needs_most() -> None:

@@ -15,6 +15,7 @@ from trainhouse.workers.protocol.worker_config import (
     VllmConfig,
     WorkerConfig,
 )
+from trainhouse.workers.resources import machine
 from trainhouse.workers.resources.devices import check_cuda, no_cuda
 from trainhouse.workers.scheduler.supervision.pool_factory import PoolFactory
 
@@ -35,6 +36,20 @@ def test_cuda_needs_a_driver_and_a_build_for_it(
         return
     with pytest.raises(ValueError, match=r"device cuda:1: this machine, or this build of torch \(2.9.0.*, has no CUDA"):
         check_cuda("cuda:1", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "visible", "on_cpu"), [(None, None, True), ("nvidia3", None, False), ("nvidia3", "", True)]
+)
+def test_auto_is_the_cpu_without_a_device_that_the_process_may_use(
+    file: str | None, visible: str | None, on_cpu: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(machine, "_DEVICES", tmp_path)
+    (tmp_path / (file or "null")).touch()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert machine.runs_on_cpu(WorkerConfig(ServedModel("tiny", "tiny"))) == on_cpu
 
 
 @without_cuda

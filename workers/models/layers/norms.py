@@ -31,6 +31,6 @@ class NoNorm:
     """Stands for the norm before a part that has none."""
 
     def add(self, x: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns the sum of both twice."""
+        """Returns (sum, sum): the residual and, without a norm, the next input."""
         total = x if update is None else x + update
         return total, total

@@ -20,8 +20,8 @@ from .draft_load import DraftLoad
 
 _FLOAT32 = 4
 
-# Longest sequences are found in steps of so many tokens.
-_STEP = 256
+LENGTH_STEP = 256
+"""Longest sequences are found in steps of so many tokens, or as many as the model can run."""
 
 # Measured with both kinds of drafts: what a layer keeps for a token, in times of two states, the MLP's features and
 # queries, and three bytes of each feature of a state for norms in float32.
@@ -194,13 +194,14 @@ def longest_sequence(
     device_bytes: int,
     most: int,
 ) -> int:
-    """Returns the tokens of the longest sequence that fits a device, 0 if none does."""
+    """Returns the tokens of the longest sequence that fits a device, 0 if none of LENGTH_STEP tokens does."""
+    step = min(LENGTH_STEP, most)
 
     def fits(number: int) -> bool:
-        longer = replace(load, longest=_STEP * number)
+        longer = replace(load, longest=step * number)
         return draft_memory(shape, spec, longer, draft, draft_spec).total <= usable_bytes(device_bytes)
 
-    return _STEP * largest_that_fits(most // _STEP, fits)
+    return step * largest_that_fits(most // step, fits)
 
 
 def _target_pass(

@@ -159,7 +159,7 @@ def watches_of(actors: list[Any]) -> list[Any]:
 
 
 class RankKeeper:
-    """Owns the ranks of a group, of which one server at a time has the use.
+    """Owns the ranks of a group, which one server uses at a time.
 
     It ends, and its ranks with it, when a rank has died or no server has used them for some time.
     """

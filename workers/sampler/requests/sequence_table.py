@@ -25,7 +25,7 @@ class EndReason(IntEnum):
 
 
 class SequenceTable:
-    """One line per sequence.
+    """One line per sequence. ActiveJobs appends tokens, as do rows that were decoded again; others only read.
 
     tokens, logprobs: sampled so far, int32 and float32, [lines, columns]; `count`, int64, [lines], says how many.
     length: number of prompt and sampled tokens.
@@ -99,7 +99,9 @@ class SequenceTable:
         """Returns the last `num` tokens of prompt and samples, int64, [num]."""
         sampled = self.tokens[sequence.line, : self.count[sequence.line]].astype(np.int64)
         of_prompt = max(0, num - len(sampled))
-        return np.concatenate([sequence.job.prompt[len(sequence.job.prompt) - of_prompt :], sampled[-num:]])
+        return np.concatenate(
+            [sequence.job.prompt[len(sequence.job.prompt) - of_prompt :], sampled[max(0, len(sampled) - num) :]]
+        )
 
     def extend(self, lines: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         """Adds k tokens to each line. None of them may end a sequence.

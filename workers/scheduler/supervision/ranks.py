@@ -88,7 +88,7 @@ class Ranks:
         """Calls the method on all ranks and returns every rank's answer."""
         return await self.pool.broadcast(method, *arguments, hang_seconds=hang_seconds, lockstep=True)
 
-    async def run_pass(self, parts: Pass, hang_seconds: float) -> Sequence[ForwardBackwardOutput | Failure | None]:
+    async def send_pass(self, parts: Pass, hang_seconds: float) -> Sequence[ForwardBackwardOutput | Failure | None]:
         if self._spec.num_ranks == 1:
             [answers] = await self.pool.broadcast(RUN_PASS.name, parts, hang_seconds=hang_seconds)
             return answers

@@ -121,7 +121,7 @@ class Supervisor:
             pass
         self.is_restarting = False
 
-    async def answer(self, call: Awaitable[T]) -> T | Failure:
+    async def answer_or_failure(self, call: Awaitable[T]) -> T | Failure:
         """Returns the ranks' answer, or a Failure if the call failed. Raises WorkerDied."""
         try:
             return await call
@@ -136,7 +136,7 @@ class Supervisor:
 
     async def leave_device(self) -> None:
         """Offloads the group and releases its devices; if offloading fails, they are shared with the next group."""
-        answer = await self.answer(self._call(OFFLOAD))
+        answer = await self.answer_or_failure(self._call(OFFLOAD))
         if isinstance(answer, Failure):
             logger.warning("%s does not leave its device: %s", self._name, answer.message)
         else:

@@ -13,7 +13,7 @@ DatabaseUrl = Annotated[
 
 @dataclass(frozen=True)
 class StoreConfig:
-    """Where a server keeps its state, in which database, and which crashes it survives."""
+    """The directory and database of a server, and the crashes that its state survives."""
 
     state_dir: Path = option(Path(".trainhouse"), "all state, for one server at a time", metavar="DIR", common=True)
     database_url: DatabaseUrl | None = option(

@@ -13,7 +13,7 @@ Value = TypeVar("Value")
 
 
 def option(default: Value, help: str, secret: bool = False, **more: Any) -> Value:
-    """Declares an option: `help` is its line in `--help-all`, `more` are fields of Option in server/config/option.py."""
+    """Declares an option: `help` is its line in `--help-all`, `more` are fields of Option (server/config)."""
     return field(default=default, metadata={"help": help, **more}, repr=not secret)
 
 

@@ -80,7 +80,7 @@ class Layout:
         return self.run_parts(*parts)
 
     def run_parts(self, *parts: OperationPart) -> list[ForwardBackwardOutput | Failure | None]:
-        return list(self._runner.run(self.ranks.run_pass(parts, self.hang_seconds)))
+        return list(self._runner.run(self.ranks.send_pass(parts, self.hang_seconds)))
 
     def sample(self, *jobs: SampleJob) -> dict[str, SampleResponse | Failure]:
         finished: dict[str, SampleResponse | Failure] = {}

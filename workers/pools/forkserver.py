@@ -24,7 +24,7 @@ signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Prints errors of children before they run, but for the end of what the server was telling them when it ended."""
+    """Prints an error of a child before it runs, unless the server ended while it started the child."""
     if kind is not EOFError:
         sys.__excepthook__(kind, error, trace)
 

@@ -412,3 +412,13 @@ def test_a_driver_without_a_cluster_ends_silently(capfd: pytest.CaptureFixture[s
     child._pipe.close()
     child.process.join(30)
     assert child.process.exitcode == 0 and "Traceback" not in capfd.readouterr().err
+
+
+def test_children_that_were_being_started_end_with_the_server_without_a_traceback(tmp_path: Path) -> None:
+    begin = "import trainhouse.workers.pools.forkserver, io, pickle; "
+    variables = {**os.environ, "TRAINHOUSE_FORKSERVER_DIRECTORY": str(tmp_path / "forkserver")}
+    errors = []
+    for fails in ("pickle.load(io.BytesIO())", "pickle.loads(b'no pickle')"):
+        ended = subprocess.run([sys.executable, "-c", begin + fails], env=variables, capture_output=True, text=True)
+        errors.append((ended.returncode, ended.stderr.rpartition(":")[0].rpartition("\n")[2]))
+    assert errors == [(1, ""), (1, "_pickle.UnpicklingError")]

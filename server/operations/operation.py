@@ -143,7 +143,7 @@ class Operation(ABC):
     future: Future | None = field(init=False, default=None)
     """Absent if no client waits for a result: it was refused, or an earlier process answered it but lost its effect."""
     reservation: Reservation | None = field(init=False, default=None)
-    """Absent if an earlier process answered the operation, so that no client waits for its result."""
+    """Absent if no client waits for a result, as for `future`."""
     strikes: Strikes = field(init=False)
     """Crashes of workers that ran it alone."""
     failed_before: bool = field(init=False, default=False)

@@ -225,11 +225,15 @@ class Execution:
         raise OperationError("it failed before the server restarted", "server")
 
     async def _clear_gradients(self, step: Operation, window: OperationWindow) -> None:
-        """Clears the gradients of a step that is not taken; if that fails, they make the next step wrong."""
+        """Clears the gradients of a step that is not taken; if that fails, they make the next step wrong.
+
+        The scheduler then refuses a step that waits already; a rebuild learns from the log to clear, as was done.
+        """
         try:
             await self._services.context.clear_gradients(self._state.record, step.seq_id)
         except OperationError as error:
             if not isinstance(error, WorkerLost):
+                step.log_entry.taints = True
                 window.taint(f"gradients of {step.kind} with seq_id {step.seq_id} could not be cleared ({error})")
             raise
 

@@ -21,7 +21,7 @@ _REPLAYED_KINDS = STATE_KINDS - {CreateRun.kind, CreateRunFromCheckpoint.kind, O
 
 
 def ends_window(entry: ReplayEntry) -> bool:
-    """True if failures before this operation, which has ended, do not make a later optimizer step wrong."""
+    """True if no failure before this operation, which has ended, makes a later step wrong."""
     if entry.kind == OptimStep.kind:
         return entry.outcome is not Outcome.SERVER_FAILED
     return entry.kind in CLEARING_KINDS and entry.outcome is Outcome.DONE

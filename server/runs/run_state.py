@@ -55,7 +55,7 @@ class OperationWindow:
 
 
 class Phase(Enum):
-    """NEW → LIVE ⇄ LOST, and from each to OVER, which is final."""
+    """The life of a run: NEW, then LIVE, LOST and LIVE again with each rebuild. OVER is final."""
 
     NEW = auto()
     """The workers have not created the run yet."""

@@ -1,8 +1,8 @@
 """Prepares the forkserver; imported only there, before the workers' modules.
 
 When it exits, after the server, it removes its socket and Ray's files, which a killed server cannot do. It collects no
-garbage, which would take a fifth of the time of its imports. Ctrl-C, which it receives too, ends it silently, and so it
-does a child that the server was just starting.
+garbage, which would take a fifth of the time of its imports. Ctrl-C, which it receives too, ends it silently, like a
+child that was just being started.
 """
 
 import atexit

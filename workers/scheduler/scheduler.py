@@ -324,7 +324,7 @@ class Scheduler:
 def _only_suspect(in_call: Sequence[AnyWork], running: Sequence[AnyWork]) -> AnyWork | None:
     """Returns the work that alone can have killed the ranks; None if there were several, or none.
 
-    A method counts as alone next to snapshots, since these do not wait for the end of its suspicion.
+    A method counts as alone even while snapshots are written: methods are never suspects.
     """
     if len(in_call) == 1 and isinstance(in_call[0], MethodWork):
         return in_call[0]

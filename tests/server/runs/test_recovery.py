@@ -243,6 +243,10 @@ async def test_gradients_that_a_given_up_step_cannot_clear_are_not_applied_by_th
     await bench.optim_step(5)
     assert await bench.result(5) == {"seq_id": 5}
     assert performed_since_rebuild(bench) == ["create", 1, 3, "clear", 5]
+    CrashingOperations(bench, (6,))
+    await bench.forward_backward(6)
+    assert await bench.result(6) == {"seq_id": 6}
+    assert performed_since_rebuild(bench) == ["create", 1, 3, "clear", 5, 6]
 
 
 async def test_an_operation_is_answered_even_if_its_metrics_cannot_be_recorded(

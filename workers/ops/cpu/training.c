@@ -1,4 +1,4 @@
-/* What training passes compute between their matrix products, in float32, with gradients: see training_kernels.py.
+/* What training passes compute between their matrix products, in float32, with gradients: see kernels.py.
  *
  * Rows of the inputs may have strides (in numbers); the numbers of a row are contiguous. The order of summation does not
  * depend on the other rows, or sequences of attention. Non-finite numbers stay non-finite, and stay in their row.

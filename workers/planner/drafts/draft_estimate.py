@@ -21,7 +21,7 @@ from .draft_load import DraftLoad
 _FLOAT32 = 4
 
 LENGTH_STEP = 256
-"""Longest sequences are found in steps of so many tokens, or as many as the model can run."""
+"""The step in which longest sequences are searched; models of fewer positions are tried at their own length."""
 
 # Measured with both kinds of drafts: what a layer keeps for a token, in times of two states, the MLP's features and
 # queries, and three bytes of each feature of a state for norms in float32.

@@ -25,7 +25,7 @@ class EndReason(IntEnum):
 
 
 class SequenceTable:
-    """One line per sequence. ActiveJobs appends tokens, as do rows that were decoded again; others only read.
+    """One line per sequence. ActiveJobs and rows that repeat a decode step add tokens; others read.
 
     tokens, logprobs: sampled so far, int32 and float32, [lines, columns]; `count`, int64, [lines], says how many.
     length: number of prompt and sampled tokens.

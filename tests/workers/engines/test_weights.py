@@ -85,6 +85,8 @@ async def test_a_failed_or_cancelled_copy_leaves_no_file(tmp_path: Path) -> None
             await asyncio.sleep(0)
         putting.cancel()
         await asyncio.wait({putting})
+        if not putting.cancelled():  # on a busy machine it may have ended before
+            kept = putting.result()
     await asyncio.sleep(0.5)
     assert list((tmp_path / "copies").iterdir()) == [kept.directory] and copies.get("adapter") is kept
     np.testing.assert_array_equal(kept.read().weights, weights.weights)

@@ -396,8 +396,7 @@ class Futures:
                 return
             logger.error("result %s cannot be written (%s)", future.request_id, error)
         else:
-            if self._write_errors.reason is not None:
-                self._write_errors.succeeded()
+            self._write_errors.succeeded()
             future.place = written.result()
             self._unstored.append(future)
         self._appending.discard(future)

@@ -145,8 +145,7 @@ class Journal:
             self._write_errors.failed(_named(error))
             appended.set_exception(RequestError(self._unwritable(error), 503))
             return
-        if self._write_errors.reason is not None:
-            self._write_errors.succeeded()
+        self._write_errors.succeeded()
         if self.on_durable is not None:
             self.on_durable(time.monotonic() - began_at)
         place = written.result()

@@ -10,9 +10,9 @@ from ..http.digests import Fingerprint
 from ..store import OperationRecord, ResultRecord, Store
 
 ENDED = "ended"
-"""Key of an operation's record in the header of its result."""
+"""Header field of a result: the record of the operation that it ends."""
 FINGERPRINT = "fingerprint"
-"""Key of the request's fingerprint in the header of its result."""
+"""Header field of a result: the fingerprint of its request."""
 
 MAX_PER_WRITE = 500
 

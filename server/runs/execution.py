@@ -218,7 +218,7 @@ class Execution:
                 await state.wait_out(error)
 
     async def _fail_again(self, operation: Operation, window: OperationWindow) -> None:
-        """Raises the OperationError with which the operation failed in an earlier process."""
+        """Raises the error that the operation ended with before the server restarted."""
         if operation.is_step and operation.strikes.are_too_many:
             await self._clear_gradients(operation, window)
         operation.strikes.check()

@@ -55,7 +55,7 @@ class OperationWindow:
 
 
 class Phase(Enum):
-    """The life of a run: NEW, then LIVE, LOST and LIVE again with each rebuild. OVER is final."""
+    """The phase of a run. It starts NEW, is LIVE once created, and LOST from a worker's death to its rebuild."""
 
     NEW = auto()
     """The workers have not created the run yet."""

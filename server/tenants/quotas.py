@@ -362,7 +362,7 @@ class Reservation(AbstractContextManager["Reservation"]):
             self.release()
 
     def try_claim(self, num_bytes: int, position: QueuePosition = _UNKNOWN) -> bool:
-        """Reserves room if the request is accepted at this position; returns whether it did."""
+        """Reserves room unless the quotas throttle a request at this position; returns whether it did."""
         assert not self._is_claimed
         if self._quotas.is_closed or self._quotas.throttle(self._tenant_id, num_bytes, position) is not None:
             return False
@@ -376,7 +376,7 @@ class Reservation(AbstractContextManager["Reservation"]):
         return True
 
     def claim(self, num_bytes: int, position: QueuePosition) -> None:
-        """Reserves room for the request. Raises RequestError 429, 503."""
+        """Like `try_claim`, but raises RequestError 429 or 503 if there is no room."""
         self._quotas.check(self._tenant_id, num_bytes, position)
         self.try_claim(num_bytes, position)
 

@@ -80,7 +80,7 @@ class LayerNorm(RmsNorm):
         return total, _normalized(total, self)[0]
 
     def add_bias_gradient(self, grad: Tensor) -> None:
-        """Adds to the bias's gradient, if it has one, given the gradient of the norm's output [..., size]."""
+        """Adds the bias's share of grad, the gradient of the output [..., size], if the bias is trained."""
         if self.bias is not None and self.bias.grad is not None:
             self.bias.grad.add_(grad.flatten(0, -2).sum(0))
 
